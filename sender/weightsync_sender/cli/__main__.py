@@ -1,0 +1,5 @@
+"""``python -m weightsync_sender.cli``."""
+
+from weightsync_sender.cli import main
+
+main()

@@ -1,0 +1,1 @@
+"""Engine layouts, replicas of engine ranks, and the programs that fill them."""
