@@ -5,7 +5,8 @@ RUN = $(UV) run --frozen --quiet
 # Without compiled files every engine takes half a minute to start.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup demo test e2e lint bench
+# Tests on a real Kubernetes run where it can be built (Linux, root, Go).
+.PHONY: setup cluster demo test e2e lint bench
 
 setup:
 	@bash scripts/setup.sh
@@ -13,10 +14,13 @@ setup:
 demo: setup
 	@$(RUN) python examples/demo.py
 
-test: setup lint
+cluster: setup
+	@$(RUN) python -m weightsync_devkit.cluster build --optional
+
+test: setup lint cluster
 	@$(RUN) pytest
 
-e2e: setup
+e2e: setup cluster
 	@$(RUN) pytest -m e2e
 
 lint: setup

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,7 +16,7 @@ os.environ.setdefault("NIXL_LOG_LEVEL", "ERROR")
 
 from weightsync_devkit import zoo
 from weightsync_devkit.cluster import Cluster
-from weightsync_devkit.cluster.build import build, missing_tools
+from weightsync_devkit.cluster.build import is_built, missing
 from weightsync_devkit.engines import Engines
 
 # A shell starts background jobs with interrupts ignored, which every child would inherit.
@@ -45,13 +44,12 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
 
 @pytest.fixture(scope="session")
 def node_cluster() -> Iterator[Cluster]:
-    """A real one-node Kubernetes, built and started here."""
-    if os.geteuid() != 0 or shutil.which("go") is None:
-        pytest.skip("a cluster needs root and Go here")
-    if missing := missing_tools():
-        pytest.skip(f"building a cluster needs {', '.join(missing)}")
+    """A real one-node Kubernetes, started here; built before (``make cluster``), since that takes longer than a test may."""
+    if lacks := missing():
+        pytest.skip(lacks)
     cluster = Cluster()
-    build(cluster.places)
+    if not is_built(cluster.places):
+        pytest.skip("the test cluster is not built; make cluster")
     mine = not cluster.is_up()
     cluster.up()
     try:

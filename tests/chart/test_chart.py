@@ -25,7 +25,7 @@ CHART = ROOT / "charts"
 def helm(*arguments: str, check: bool = True) -> subprocess.CompletedProcess[str]:
     program = shutil.which("helm") or str(Cluster().places.bin / "helm")
     if not Path(program).exists():
-        pytest.skip("helm is neither installed nor built (python -m weightsync_devkit.cluster build)")
+        pytest.skip("helm is neither installed nor built (make cluster)")
     done = subprocess.run([program, *arguments], capture_output=True, text=True)
     assert not check or done.returncode == 0, done.stderr
     return done

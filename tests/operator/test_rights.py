@@ -39,7 +39,7 @@ def accounts(space: PodSpace, kubectl: Callable[..., str]) -> Iterator[dict[str,
     """The chart's service accounts in the test's namespace: role -> name."""
     helm = Cluster().places.bin / "helm"
     if not helm.exists():
-        pytest.skip("helm is not built (python -m weightsync_devkit.cluster build)")
+        pytest.skip("helm is not built (make cluster)")
     values = {"senders": {"accounts": [{"weightSync": "demo", "statefulSet": "trainer", "replicas": 1}]}}
     rendered = subprocess.run(
         [str(helm), "template", "op", str(ROOT / "charts"), "-n", space.namespace, "-f", "-"],

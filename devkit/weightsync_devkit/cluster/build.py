@@ -84,9 +84,10 @@ PARTS = (
 )
 
 
-def missing_tools() -> list[str]:
+def missing() -> str:
     """What this machine lacks to build and run a cluster, in words; empty if nothing."""
-    lacks = [] if shutil.which("go") else ["Go 1.26 or newer (https://go.dev/dl)"]
+    lacks = [] if os.geteuid() == 0 else ["root's rights"]
+    lacks += [] if shutil.which("go") else ["Go 1.26 or newer (https://go.dev/dl)"]
     programs = {
         "gcc": "gcc",
         "busybox": "busybox-static",
@@ -98,7 +99,8 @@ def missing_tools() -> list[str]:
     packages = [package for program, package in programs.items() if shutil.which(program) is None]
     if not Path("/usr/include/seccomp.h").exists():
         packages.append("libseccomp-dev")
-    return lacks + ([f"the Debian packages {' '.join(packages)}"] if packages else [])
+    lacks += [f"the Debian packages {' '.join(packages)}"] if packages else []
+    return f"a cluster needs {', and '.join(lacks)}" if lacks else ""
 
 
 def build(places: Places, say: Callable[[str], None] = lambda _line: None) -> None:
@@ -107,22 +109,30 @@ def build(places: Places, say: Callable[[str], None] = lambda _line: None) -> No
     Raises:
         BuildError: a tool is missing, or the compiler failed.
     """
-    lacks = missing_tools()
-    if lacks:
-        raise BuildError(f"building the test cluster needs {', and '.join(lacks)}; install them and run it again")
+    if lacks := missing():
+        raise BuildError(f"{lacks}; install what is missing and run it again")
     places.bin.mkdir(parents=True, exist_ok=True)
     for part in PARTS:
-        stamp = places.bin / f".{part.module}"
-        if stamp.exists() and stamp.read_text() == part.stamp and all((places.bin / name).exists() for name in part.programs):
+        if _is_current(part, places):
             continue
         say(f"building {part.module} ({', '.join(part.programs)}) ...")
         for name, package in part.programs.items():
             _go_build(part, package, places.bin / name)
-        stamp.write_text(part.stamp)
+        (places.bin / f".{part.module}").write_text(part.stamp)
     pause = places.bin / "pause"
     if not pause.exists():
         _checked(["gcc", "-static", "-Os", "-s", "-o", str(pause), str(_HERE / "pause.c")], "the pause container")
     write_images(places.images, pause)
+
+
+def is_built(places: Places) -> bool:
+    """Whether every program and image is there and up to date."""
+    return all(_is_current(part, places) for part in PARTS) and places.images.exists()
+
+
+def _is_current(part: Part, places: Places) -> bool:
+    stamp = places.bin / f".{part.module}"
+    return stamp.exists() and stamp.read_text() == part.stamp and all((places.bin / name).exists() for name in part.programs)
 
 
 def _go_build(part: Part, package: str, program: Path) -> None:
