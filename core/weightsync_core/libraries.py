@@ -9,6 +9,8 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import importlib
+import os
+from pathlib import Path
 from types import ModuleType
 
 from weightsync_core.errors import MissingLibrary
@@ -42,6 +44,12 @@ def load_library(transport: str) -> ModuleType:
     raise MissingLibrary(
         f"transport {transport} cannot be used: {'; '.join(failures)}; install it with: {_CURES[transport]}; transport {other} {state}"
     )
+
+
+def mooncake_protocol() -> str:
+    """How Mooncake travels here: sglang's MOONCAKE_PROTOCOL, else ``rdma`` where the kernel shows an RDMA device, else ``tcp``."""
+    devices = Path("/sys/class/infiniband")
+    return os.environ.get("MOONCAKE_PROTOCOL") or ("rdma" if devices.is_dir() and any(devices.iterdir()) else "tcp")
 
 
 def _load_system_netlink() -> None:

@@ -10,9 +10,10 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+import typer
 from safetensors.torch import save_file
 
 Config = dict[str, Any]
@@ -416,3 +417,19 @@ def save(folder: Path, config: Config, tensors: Tensors, *, shards: int = 1) -> 
         total = sum(tensor.nbytes for tensor in tensors.values())
         (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}))
     return folder
+
+
+def main(
+    name: Annotated[str, typer.Argument(help=f"One of {', '.join(sorted(ZOO))}.")],
+    folder: Path,
+    seed: Annotated[int, typer.Option(help="Other weights for each.")] = 1,
+    shards: Annotated[int, typer.Option(min=1, help="safetensors files.")] = 1,
+) -> None:
+    """Write a tiny checkpoint of random weights."""
+    if name not in ZOO:
+        raise typer.BadParameter(f"no {name!r} here; expected one of {', '.join(sorted(ZOO))}")
+    write(name, folder, seed, shards=shards)
+
+
+if __name__ == "__main__":
+    typer.run(main)

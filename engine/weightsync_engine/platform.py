@@ -37,6 +37,10 @@ class CpuPlatform(CpuDeviceMixin, SRTPlatform):
 
     _enum = PlatformEnum.OOT
 
+    def get_device(self, device_id: int = 0) -> str:
+        # A name, as the base class declares it: an engine started without --device takes it for one.
+        return "cpu"
+
     def get_default_attention_backend(self) -> str:
         return "torch_native"
 

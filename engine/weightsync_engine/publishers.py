@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from typing import Any, Protocol
 
 from weightsync_core.errors import TransportError
-from weightsync_core.libraries import load_library
+from weightsync_core.libraries import load_library, mooncake_protocol
 from weightsync_engine.memory import merge_spans
 
 log = logging.getLogger(__name__)
@@ -71,7 +71,7 @@ class MooncakePublisher:
 
     def __init__(self, host: str) -> None:
         library = load_library("mooncake")
-        self._protocol = os.environ.get("MOONCAKE_PROTOCOL", "rdma")
+        self._protocol = mooncake_protocol()
         self._engine = library.TransferEngine()
         code = self._engine.initialize(host, "P2PHANDSHAKE", self._protocol, os.environ.get("MOONCAKE_DEVICE", ""))
         if code != 0:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from weightsync_core.endpoints import Endpoint
-from weightsync_core.errors import EngineRefused, WeightSyncError, listing
+from weightsync_core.errors import DeadlineExceeded, EngineRefused, WeightSyncError, listing
 from weightsync_core.tables import Identity, ParameterTable, Session
 from weightsync_sender.engine_client import Deadline, EngineClient
 from weightsync_sender.replica.compiled import CompiledRank, ReplicaStore
@@ -94,6 +94,8 @@ class Engine:
     """For each write that was given up on: whether it is still under way."""
     fenced: bool = False
     """Whether this process left it half written; of a stock engine nobody else can tell."""
+    _connecting: threading.Lock = field(default_factory=threading.Lock)
+    """Held while connecting: an update that was interrupted leaves that to end by itself, maybe into the next update."""
     _let_go: threading.Event | None = None
     """Ends the renewal of a lease that is kept for a write that hangs."""
     _compiled: tuple[tuple[Any, ...], tuple[str, ...]] | None = None
@@ -136,7 +138,16 @@ class Engine:
 
         Raises:
             EngineRefused: it cannot be written; nothing was changed on it.
+            DeadlineExceeded: the attempt of an interrupted update is still waiting for an answer.
         """
+        if not self._connecting.acquire(timeout=deadline.left):
+            raise DeadlineExceeded(f"{self.name}: an earlier attempt to connect still waits for an answer after {deadline.seconds:g} s")
+        try:
+            self._connect(settings, protocol, folders, deadline)
+        finally:
+            self._connecting.release()
+
+    def _connect(self, settings: SenderSettings, protocol: str, folders: ConfigFolders, deadline: Deadline) -> None:
         self.client.forget_lease()
         self.info = self.client.server_info(deadline)
         refuse_unsupported(self.info)

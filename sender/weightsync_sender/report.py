@@ -107,6 +107,11 @@ class EngineReport:
     """What could not be checked, and why."""
 
     @property
+    def reason(self) -> str:
+        """The error, beginning with the engine's name."""
+        return self.error if self.error.startswith(self.engine) else f"{self.engine}: {self.error}"
+
+    @property
     def rate(self) -> float:
         """Bytes per second while writing."""
         spent = self.seconds.get("write", 0.0)

@@ -14,6 +14,7 @@ import torch
 from weightsync_core.errors import EndpointError, SourceError, UpdateFailed
 from weightsync_sender.engine import ConfigFolders, Engine
 from weightsync_sender.membership import Membership, PodEnvironment
+from weightsync_sender.progress import Progress
 from weightsync_sender.replica.compiled import ReplicaStore
 from weightsync_sender.replica.identity import local_identity
 from weightsync_sender.report import EngineState, UpdateReport
@@ -23,7 +24,7 @@ from weightsync_sender.sources import Source, as_source
 from weightsync_sender.staging import Ring, SourceMemory
 from weightsync_sender.telemetry import Recorder
 from weightsync_sender.transports import Transport, make_transport
-from weightsync_sender.update import Progress, Update, device_for
+from weightsync_sender.update import Update, device_for
 
 log = logging.getLogger(__name__)
 
@@ -223,7 +224,7 @@ class WeightSender:
         minimum = expected if settings.minimum_engines is None else settings.minimum_engines
         if report.ready >= minimum:
             return None
-        words = [f"{name} is {report.engines[name].state.value}: {report.engines[name].error}" for name in sorted(left)]
+        words = [f"{report.engines[name].reason} ({report.engines[name].state.value})" for name in sorted(left)]
         return UpdateFailed(
             f"{report.ready} of {expected} engines serve version {report.version}, at least {minimum} must: {'; '.join(words)}",
             report=report,

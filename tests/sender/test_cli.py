@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -88,12 +89,27 @@ def test_an_interrupt_ends_with_its_code_and_a_serving_engine(engine: EngineProc
             stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env={**os.environ, **cpu_environment()},
         )  # fmt: skip
         assert process.stdout is not None
-        assert "connected" in process.stdout.readline()
+        assert any("connected" in line for line in process.stdout)
         process.send_signal(number)
         assert process.wait(60) == code
         weightsync("push", checkpoint("qwen3", 2), engine.url, "--version", f"after {number}", check=0)
         assert engine.version() == f"after {number}"
         assert not engine.is_paused()
+
+
+def test_an_engine_that_does_not_answer_delays_neither_a_word_about_the_others_nor_the_end(checkpoint: Callable[..., Path]) -> None:
+    nowhere = f"http://127.0.0.1:{free_port()}"
+    with socket.create_server(("127.0.0.1", 0)) as hung:
+        url = f"http://127.0.0.1:{hung.getsockname()[1]}"
+        process = subprocess.Popen(
+            [sys.executable, "-m", "weightsync_sender.cli", "push", str(checkpoint("qwen3", 1)), url, nowhere],
+            stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env={**os.environ, **cpu_environment()},
+        )  # fmt: skip
+        assert process.stdout is not None
+        assert "connecting engines=2" in process.stdout.readline()
+        assert f"failed engine={nowhere}" in process.stdout.readline()
+        process.terminate()
+        assert process.wait(15) == 143
 
 
 def test_a_closed_output_does_not_stop_an_update(engine: EngineProcess, checkpoint: Callable[..., Path]) -> None:

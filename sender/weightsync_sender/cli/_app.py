@@ -59,6 +59,14 @@ Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Show what the li
 
 
 _LARGEST_SIZE = 1 << 50
+_VERIFY_HELP = (
+    "Proof beyond counted bytes. off: none. digest: both ends sum up the raw bytes of every parameter, reading each once more. "
+    "snapshot: writes twice and compares through sglang's own snapshot; for tests, at twice the time and host memory for a copy."
+)
+_PAUSE_HELP = (
+    "What happens to running requests. abort: they end with what they have. retract: they are computed again under the new "
+    "weights. in-place: they go on, with the old weights' KV cache."
+)
 
 
 def size_of(text: str) -> int:
@@ -81,12 +89,18 @@ def push(
     checkpoint: Annotated[Path, typer.Argument(help="Folder with config.json and *.safetensors.")],
     urls: Urls,
     transport: Transport = TransportName.mooncake,
-    version: Annotated[str | None, typer.Option(help="What the engines report afterwards; default: the folder's name.")] = None,
-    buffer_size: Annotated[str, typer.Option(help="Staging memory, e.g. 512MB.")] = "512MB",
-    verify: Annotated[VerifyName, typer.Option(help="Proof beyond written bytes.")] = VerifyName.off,
-    pause_mode: Annotated[PauseName, typer.Option(help="What happens to running requests.")] = PauseName.abort,
+    version: Annotated[
+        str | None, typer.Option(help="The weight_version that engines report afterwards; default: the folder's name.")
+    ] = None,
+    buffer_size: Annotated[
+        str, typer.Option(help="Registered memory for bytes that must be packed before they travel, e.g. 512MB.")
+    ] = "512MB",
+    verify: Annotated[VerifyName, typer.Option(help=_VERIFY_HELP)] = VerifyName.off,
+    pause_mode: Annotated[PauseName, typer.Option(help=_PAUSE_HELP)] = PauseName.abort,
     api_key_env: ApiKey = None,
-    minimum_engines: Annotated[int | None, typer.Option(help="Engines that must serve the version; default all.")] = None,
+    minimum_engines: Annotated[
+        int | None, typer.Option(help="Exit with 0 if at least so many engines serve the version; default all.")
+    ] = None,
     allow_unused: Annotated[
         list[str] | None, typer.Option(help="Pattern of checkpoint tensors that engines may leave out; repeatable.")
     ] = None,
@@ -168,7 +182,6 @@ def quiet(verbose: bool) -> None:
     if not verbose:
         os.environ.setdefault("NIXL_LOG_LEVEL", "ERROR")
         os.environ.setdefault("MC_LOG_LEVEL", "ERROR")
-        os.environ.setdefault("GLOG_minloglevel", "2")
         warnings.simplefilter("ignore")
 
 

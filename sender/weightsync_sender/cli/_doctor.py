@@ -11,19 +11,20 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
+from typing import Any
 
+from rich.filesize import decimal
 from rich.table import Table
 
 from weightsync_core.endpoints import Endpoint, parse_endpoint
 from weightsync_core.errors import EngineRefused, MissingLibrary, Unreachable, WeightSyncError
-from weightsync_core.libraries import load_library
+from weightsync_core.libraries import load_library, mooncake_protocol
 from weightsync_core.protocol import TRANSPORTS
 from weightsync_sender.cli._console import make_console
 from weightsync_sender.engine import ConfigFolders, Engine
 from weightsync_sender.engine_client import Deadline, EngineClient
 from weightsync_sender.replica.identity import local_identity
 from weightsync_sender.settings import SenderSettings
-from weightsync_sender.transports.mooncake import default_protocol
 
 _SECONDS = 20.0
 
@@ -144,13 +145,11 @@ def _engine(endpoint: Endpoint, transport: str | None, api_key: str | None) -> l
                 name, Verdict.WARN, "no plugin", "pip install 'p2p-weightsync[engine]' beside its sglang: NIXL, drafts, digests, leases"
             )
         )
+        chosen = _transports(identity) if transport is None else [transport]
         if identity and identity["lease"]["owner"]:
             findings.append(Finding(name, Verdict.WARN, f"being updated by {identity['lease']['owner']}"))
-        chosen = transport or next(iter(identity["ranks"][0]["transports"] if identity else ()), "mooncake")
-        engine.connect(SenderSettings(transport=chosen), default_protocol(), folders, Deadline.after(_SECONDS, "connecting"))
-        findings.append(
-            Finding(name, Verdict.OK, f"{len(engine.tables)} tables over {chosen}, {sum(t.nbytes for t in engine.tables)} bytes")
-        )
+        engine.connect(SenderSettings(transport=chosen[0]), mooncake_protocol(), folders, Deadline.after(_SECONDS, "connecting"))
+        findings += [_published(engine, name, each) for each in chosen]
         if any(table.open_session for table in engine.tables):
             findings.append(
                 Finding(
@@ -159,7 +158,7 @@ def _engine(endpoint: Endpoint, transport: str | None, api_key: str | None) -> l
             )
         return findings
     except Unreachable as error:
-        return [Finding(name, Verdict.FAIL, str(error), "start it, or check address, port and network policies")]
+        return [Finding(name, Verdict.FAIL, str(error).removeprefix(f"{name}: "), "start it, or check address, port and network policies")]
     except EngineRefused as error:
         return [Finding(name, Verdict.FAIL, str(error), "see left")]
     except (WeightSyncError, ImportError) as error:
@@ -167,3 +166,19 @@ def _engine(endpoint: Endpoint, transport: str | None, api_key: str | None) -> l
     finally:
         engine.close()
         folders.close()
+
+
+def _transports(identity: dict[str, Any] | None) -> list[str]:
+    """What an engine publishes; without the plugin that is what sglang's own seeding uses."""
+    published = {name for rank in identity["ranks"] for name in rank["transports"]} if identity else set()
+    return sorted(published) or ["mooncake"]
+
+
+def _published(engine: Engine, name: str, transport: str) -> Finding:
+    try:
+        engine.read_tables(SenderSettings(transport=transport), mooncake_protocol(), Deadline.after(_SECONDS, "reading tables"))
+    except WeightSyncError as error:
+        return Finding(name, Verdict.FAIL, str(error))
+    count = len(engine.tables)
+    size = sum(table.nbytes for table in engine.tables)
+    return Finding(name, Verdict.OK, f"{count} parameter table{'s' * (count != 1)} over {transport}, {decimal(size)}")

@@ -12,6 +12,7 @@ from rich.filesize import decimal
 from rich.table import Table
 
 from weightsync_core.endpoints import parse_endpoint
+from weightsync_core.libraries import mooncake_protocol
 from weightsync_core.planner import PlanTarget, TargetId, TrainerRank, plan
 from weightsync_sender.cli._console import make_console
 from weightsync_sender.engine import ConfigFolders, Engine
@@ -19,7 +20,6 @@ from weightsync_sender.engine_client import Deadline, EngineClient
 from weightsync_sender.replica.compiled import ReplicaStore
 from weightsync_sender.settings import SenderSettings
 from weightsync_sender.sources import CheckpointSource
-from weightsync_sender.transports.mooncake import default_protocol
 
 
 def run(
@@ -33,7 +33,7 @@ def run(
         for url in urls:
             endpoint = parse_endpoint(url)
             engine = Engine(endpoint, EngineClient(endpoint, api_key))
-            engine.connect(settings, default_protocol(), folders, Deadline.after(settings.timeouts.connect, "connecting"))
+            engine.connect(settings, mooncake_protocol(), folders, Deadline.after(settings.timeouts.connect, "connecting"))
             if checkpoint is not None:
                 import torch
 

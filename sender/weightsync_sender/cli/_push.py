@@ -41,8 +41,8 @@ def run(checkpoint: Path, urls: Sequence[str], version: str, settings: SenderSet
     else:
         console.print(_table(report))
         for name, engine in report.engines.items():
-            if engine.error:
-                console.print(f"{name}: {engine.error}", markup=False, soft_wrap=True)
+            if engine.error and not failed:  # else it is part of the error below
+                console.print(engine.reason, markup=False, soft_wrap=True)
             for note in engine.notes:
                 console.print(f"{name}: note: {note}", markup=False, soft_wrap=True)
         if report.unused:
@@ -112,7 +112,11 @@ class _Bar:
         self._progress.stop()
 
     def __call__(self, event: str, fields: Mapping[str, Any]) -> None:
-        if event == "connected":
+        if event == "failed":
+            self._progress.console.print(f"failed: {fields['engine']}: {fields['error']}", markup=False, soft_wrap=True)
+        elif event in ("connecting", "preparing"):
+            self._progress.update(self._task, description=f"{event} {fields['engines']} engines")
+        elif event == "connected":
             self._progress.update(self._task, description=f"pausing {fields['engines']} engines", total=fields["bytes"])
         elif event == "opened":
             self._progress.update(self._task, description=f"writing to {fields['engines']} engines")

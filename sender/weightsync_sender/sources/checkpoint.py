@@ -35,7 +35,7 @@ class CheckpointSource:
         """
         self.folder = Path(folder)
         if not self.folder.is_dir():
-            raise SourceError(f"checkpoint {self.folder} is no folder; expected config.json and *.safetensors in it")
+            raise SourceError(f"no checkpoint at {self.folder}: that is no folder; expected one with config.json and *.safetensors")
         self._files = self._find_files()
         self._manifest: dict[str, TensorMeta] = {}
         self._home: dict[str, Path] = {}

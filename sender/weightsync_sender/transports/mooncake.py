@@ -11,21 +11,14 @@ import os
 import queue
 import threading
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 from weightsync_core.errors import TransportError
-from weightsync_core.libraries import load_library
+from weightsync_core.libraries import load_library, mooncake_protocol
 from weightsync_core.tables import Session
 from weightsync_sender.transports._base import Memory, Piece, WriteState
 
 _THREADS_PER_PEER = 2
-
-
-def default_protocol() -> str:
-    """MOONCAKE_PROTOCOL, else ``rdma`` where the kernel shows an RDMA device, else ``tcp``."""
-    devices = Path("/sys/class/infiniband")
-    return os.environ.get("MOONCAKE_PROTOCOL") or ("rdma" if devices.is_dir() and any(devices.iterdir()) else "tcp")
 
 
 class MooncakeTransport:
@@ -36,7 +29,7 @@ class MooncakeTransport:
     def __init__(self, host: str) -> None:
         os.environ.setdefault("MC_LOG_LEVEL", "ERROR")
         library = load_library("mooncake")
-        self.protocol = default_protocol()
+        self.protocol = mooncake_protocol()
         self.revocable = self.protocol in ("tcp", "rdma")  # the others map the engine's memory into this process
         self._engine = library.TransferEngine()
         code = self._engine.initialize(host, "P2PHANDSHAKE", self.protocol, os.environ.get("MOONCAKE_DEVICE", ""))
