@@ -17,6 +17,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import psutil
+
+_PARENT_SECONDS = 1.0
+"""Between looks whether the process that started this one is still there."""
+
 
 def preload() -> None:
     """Import what an engine's processes import."""
@@ -81,19 +86,23 @@ def _default_signals() -> None:
 
 
 def serve(path: Path) -> None:
-    """Fork engines on request until the socket's parent goes away or asks to quit."""
+    """Fork engines on request until the process that started this one is gone; its engines go with it."""
+    parent = os.getppid()
+    engines: list[psutil.Process] = []
     preload()
     path.unlink(missing_ok=True)
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(str(path))
     listener.listen(8)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-    while True:
-        connection, _ = listener.accept()
+    listener.settimeout(_PARENT_SECONDS)
+    while os.getppid() == parent:
+        try:
+            connection, _ = listener.accept()
+        except TimeoutError:
+            continue
+        connection.setblocking(True)
         request = json.loads(connection.makefile().readline())
-        if request.get("quit"):
-            path.unlink(missing_ok=True)
-            return
         pid = os.fork()
         if pid == 0:
             with contextlib.suppress(OSError):
@@ -106,8 +115,13 @@ def serve(path: Path) -> None:
 
                 traceback.print_exc()
             os._exit(1)
+        engines.append(psutil.Process(pid))
         connection.sendall((json.dumps({"pid": pid}) + "\n").encode())
         connection.close()
+    for engine in engines:
+        if engine.is_running():  # and not another process with its number
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(engine.pid, signal.SIGKILL)
 
 
 if __name__ == "__main__":

@@ -149,6 +149,7 @@ def main(
     all_namespaces: Annotated[bool, typer.Option(help="Serve all namespaces; needs a ClusterRole.")] = False,
     read_nodes: Annotated[bool, typer.Option(help="Read GPU architectures from node labels; needs a ClusterRole.")] = False,
     port: Annotated[int, typer.Option(help="/metrics, /healthz, /readyz.")] = OperatorSettings.port,
+    resync: Annotated[float, typer.Option(min=1, help="Seconds between full lists.")] = OperatorSettings.resync_seconds,
     lease: Annotated[str, typer.Option(help="Name of the Lease that one of several replicas must hold.")] = "",
     verbose: Annotated[bool, typer.Option(help="Log every decision.")] = False,
 ) -> None:
@@ -163,6 +164,7 @@ def main(
         namespaces=() if all_namespaces else tuple(namespace or ()),
         read_nodes=read_nodes,
         port=port,
+        resync_seconds=resync,
         api_key=os.environ.get(API_KEY_VARIABLE, ""),
         lease=lease,
         lease_namespace=os.environ.get("POD_NAMESPACE", ""),

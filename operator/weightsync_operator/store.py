@@ -121,7 +121,7 @@ class Store:
         self.pods = Kind(parse_pod, self._pod_changed)
         self.weight_syncs = Kind(parse_weight_sync, self._weight_sync_changed)
         self.held = Kind(parse_held, self._held_changed)
-        self.nodes = Kind(parse_node_architecture, lambda key, before, after: None)
+        self.nodes = Kind(parse_node_architecture, self._node_changed)
 
     def _pod_changed(self, key: Key, before: Pod | None, after: Pod | None) -> None:
         labels = [pod.labels for pod in (before, after) if pod is not None]
@@ -137,6 +137,10 @@ class Store:
             for other in self.weight_syncs.values():
                 if other.key.namespace == key.namespace:
                     self.wake(other.key)
+
+    def _node_changed(self, key: Key, before: str | None, after: str | None) -> None:
+        for weight_sync in self.weight_syncs.values():
+            self.wake(weight_sync.key)
 
     def _held_changed(self, key: Key, before: Held | None, after: Held | None) -> None:
         for held in (before, after):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ import yaml
 from weightsync_devkit import host_pods, zoo
 from weightsync_devkit.cluster import Cluster
 from weightsync_devkit.engines import Engines
+from weightsync_devkit.waiting import eventually
 
 pytestmark = [pytest.mark.e2e, pytest.mark.engines, pytest.mark.timeout(1500)]
 
@@ -113,17 +114,6 @@ def expected(installation: Installation, engines: Engines) -> dict[str, list[dic
         with engines.running((installation.checkpoints / name,)) as (fresh,):
             held[name] = fresh.checksums()
     return held
-
-
-def eventually(what: Callable[[], Any], seconds: float, why: Callable[[], str] = lambda: "") -> Any:
-    until = time.monotonic() + seconds
-    while True:
-        seen = what()
-        if seen:
-            return seen
-        if time.monotonic() > until:
-            pytest.fail(f"not within {seconds} s; {why()}")
-        time.sleep(0.5)
 
 
 def synced(installation: Installation, expected: dict[str, Any], number: int) -> None:

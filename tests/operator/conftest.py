@@ -14,6 +14,7 @@ from helpers import Operator
 from weightsync_core.labels import GROUP, PLURAL
 from weightsync_devkit.cluster import Cluster
 from weightsync_devkit.pods import FakeEngines, PodSpace
+from weightsync_devkit.waiting import eventually
 
 ROOT = Path(__file__).parents[2]
 
@@ -29,7 +30,7 @@ def kubectl(kubeconfig: str) -> Callable[..., str]:
         return done.stdout if check else done.stdout + done.stderr
 
     run("apply", "--server-side", "--force-conflicts", "-f", str(ROOT / "crds"))
-    run("wait", "--for=condition=Established", "--timeout=30s", f"crd/{PLURAL}.{GROUP}")
+    eventually(lambda: "condition met" in run("wait", "--for=condition=Established", f"crd/{PLURAL}.{GROUP}", check=False))
     return run
 
 

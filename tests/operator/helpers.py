@@ -1,4 +1,4 @@
-"""What tests of the operator share: its process, WeightSyncs, and waiting."""
+"""What tests of the operator share: its process and WeightSyncs."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -69,14 +68,3 @@ def read(space: PodSpace, name: str = "demo") -> dict[str, Any]:
 
 def condition(body: dict[str, Any], kind: str) -> dict[str, Any]:
     return next((each for each in body.get("status", {}).get("conditions", ()) if each["type"] == kind), {"status": "", "reason": ""})
-
-
-def eventually(what: Callable[[], Any], seconds: float = 20.0) -> Any:
-    """Wait until ``what`` returns something true, and return it."""
-    until = time.monotonic() + seconds
-    while True:
-        seen = what()
-        if seen:
-            return seen
-        assert time.monotonic() < until, f"not within {seconds} s: {seen!r}"
-        time.sleep(0.05)

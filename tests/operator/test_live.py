@@ -12,16 +12,17 @@ from pathlib import Path
 
 import pytest
 import yaml
-from helpers import Operator, condition, eventually, read, weight_sync
+from helpers import Operator, condition, read, weight_sync
 
 from weightsync_core.errors import UpdateFailed
 from weightsync_devkit.dashboards import panels
 from weightsync_devkit.engines import Engines, free_port
 from weightsync_devkit.pods import PodSpace
 from weightsync_devkit.prometheus import Prometheus, draw
+from weightsync_devkit.waiting import eventually
 from weightsync_sender import CheckpointSource, SenderSettings, Timeouts, WeightSender
 
-pytestmark = [pytest.mark.e2e, pytest.mark.engines]
+pytestmark = pytest.mark.engines
 
 ROOT = Path(__file__).parents[2]
 

@@ -7,13 +7,17 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
-from helpers import Operator, condition, eventually, read, weight_sync
+import yaml
+from helpers import Operator, condition, read, weight_sync
 
-from weightsync_core.assignment import Assignment
-from weightsync_core.labels import GROUP, PLURAL, VERSION, assignment_name
+from weightsync_core.assignment import Assignment, WeightSyncRef
+from weightsync_core.labels import ASSIGNMENT_KEY, GROUP, PLURAL, VERSION, assignment_name
 from weightsync_devkit.pods import FakeTrainer, PodSpace
+from weightsync_devkit.relay import Relay
+from weightsync_devkit.waiting import eventually
 
 OUT_SECONDS = 5.0
 
@@ -335,6 +339,77 @@ def test_hand_off_is_fast(space: PodSpace, operator: Operator) -> None:
         took.append(time.monotonic() - began)
     took.sort()
     print(json.dumps({"p50": round(took[15], 3), "p99": round(took[-1], 3)}))
+
+
+def test_a_written_assignment_reaches_its_sender_fast(space: PodSpace) -> None:
+    trainer = space.trainer("trainer-0", "demo")
+    took = []
+    for epoch in range(1, 31):
+        document = Assignment(WeightSyncRef(space.namespace, "demo", "uid"), epoch, "trainer-0", engines=(), targets={})
+        body = {"metadata": {"name": assignment_name("demo", "trainer-0")}, "data": {ASSIGNMENT_KEY: document.dump()}}
+        began = time.monotonic()
+        if epoch == 1:
+            space.core.create_namespaced_config_map(space.namespace, body)
+        else:
+            space.core.replace_namespaced_config_map(body["metadata"]["name"], space.namespace, body)
+        eventually(lambda epoch=epoch: trainer.membership.current and trainer.membership.current.epoch == epoch, 5, pause=0.002)
+        took.append(time.monotonic() - began)
+    took.sort()
+    print(json.dumps({"p50": round(took[15], 3), "p99": round(took[-1], 3)}))
+
+
+def test_an_engine_that_does_not_say_its_architecture_has_that_of_its_node(
+    space: PodSpace, kubectl: Callable[..., str], kubeconfig: str, tmp_path: Path
+) -> None:
+    """Stock engines, where the operator may read nodes; ``sm_90`` are the trainers."""
+    node = f"gpu-{space.namespace}"
+    labels = {"nvidia.com/gpu.compute.major": "8", "nvidia.com/gpu.compute.minor": "0"}
+    kubectl("apply", "-f", "-", stdin=json.dumps({"apiVersion": "v1", "kind": "Node", "metadata": {"name": node, "labels": labels}}))
+    operator = Operator(kubeconfig, tmp_path, "--all-namespaces", "--read-nodes")
+    try:
+        trainer = space.trainer("trainer-0", "demo")
+        space.engine("odd", plugin=False, node=node)
+        space.engine("good", plugin=False)
+        weight_sync(space)
+        operator.start()
+        excluded = eventually(
+            lambda: [e for e in read(space).get("status", {}).get("excludedEngines", ()) if e["reason"] == "ArchitectureMismatch"]
+        )
+        assert all(value in excluded[0]["message"] for value in ("sm_80", "sm_90"))
+        eventually(lambda: held(trainer) == {"good"})
+        kubectl("label", "node", node, "nvidia.com/gpu.compute.major=9", "--overwrite")
+        eventually(lambda: held(trainer) == {"good", "odd"}, 10)
+    finally:
+        operator.stop()
+        print(operator.log.read_text()[-3000:])
+        kubectl("delete", "node", node, "--wait=false")
+
+
+def test_a_watch_that_falls_silent_is_repaired_by_lists_and_ends_the_process(space: PodSpace, kubeconfig: str, tmp_path: Path) -> None:
+    settings = yaml.safe_load(Path(kubeconfig).read_text())
+    server = urlsplit(settings["clusters"][0]["cluster"]["server"])
+    with Relay(server.hostname or "", server.port or 443) as relay:
+        settings["clusters"][0]["cluster"].update(server=f"https://127.0.0.1:{relay.port}", **{"tls-server-name": server.hostname})
+        (tmp_path / "kubeconfig").write_text(yaml.safe_dump(settings))
+        operator = Operator(str(tmp_path / "kubeconfig"), tmp_path, f"--namespace={space.namespace}", "--resync=2")
+        operator.start()
+        try:
+            trainer = space.trainer("trainer-0", "demo")
+            space.engine("engine-0")
+            weight_sync(space)
+            eventually(lambda: held(trainer) == {"engine-0"})
+            relay.silence()
+            for index in range(1, 40):
+                space.engine(f"engine-{index}")
+                if operator.process.poll() is not None:
+                    break
+                time.sleep(2)
+            assert operator.process.poll() == 1
+            assert {"engine-0", "engine-1"} <= held(trainer), "lists have brought what the watch did not"
+            assert "brings no changes although lists find some" in operator.log.read_text()
+        finally:
+            operator.stop()
+            print(operator.log.read_text()[-3000:])
 
 
 def test_the_installed_crd_is_compared(kubectl: Callable[..., str], space: PodSpace, kubeconfig: str, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -12,11 +13,12 @@ from typing import Any
 
 import pytest
 import yaml
-from helpers import Operator, condition, eventually, read, weight_sync
+from helpers import Operator, condition, read, weight_sync
 
 from weightsync_core.labels import assignment_name
 from weightsync_devkit.cluster import Cluster
 from weightsync_devkit.pods import PodSpace
+from weightsync_devkit.waiting import eventually
 
 ROOT = Path(__file__).parents[2]
 
@@ -149,6 +151,19 @@ def test_the_api_server_refuses_with_words(body: dict[str, Any], words: str, kub
 @pytest.mark.parametrize("name", ["weightsync.yaml", "engines.yaml", "trainer.yaml"])
 def test_examples_apply(name: str, kubectl: Callable[..., str]) -> None:
     kubectl("apply", "--dry-run=server", "--validate=strict", "-f", str(ROOT / "examples" / "kubernetes" / name))
+
+
+def test_the_leaderworkerset_example_applies(kubectl: Callable[..., str]) -> None:
+    """Against LeaderWorkerSet's own CRD, out of its Go module."""
+    if shutil.which("go") is None:
+        pytest.skip("go is not installed, which fetches LeaderWorkerSet's CRD")
+    done = subprocess.run(["go", "mod", "download", "-json", "sigs.k8s.io/lws@v0.7.0"], capture_output=True, text=True, cwd="/")
+    assert done.returncode == 0, done.stdout + done.stderr
+    crds = Path(json.loads(done.stdout)["Dir"]) / "config" / "crd" / "bases"
+    kubectl("apply", "--server-side", "-f", str(crds))
+    crd = "crd/leaderworkersets.leaderworkerset.x-k8s.io"
+    eventually(lambda: "condition met" in kubectl("wait", "--for=condition=Established", crd, check=False))
+    kubectl("apply", "--dry-run=server", "--validate=strict", "-f", str(ROOT / "examples" / "kubernetes" / "engines-lws.yaml"))
 
 
 def test_columns(space: PodSpace, kubectl: Callable[..., str]) -> None:

@@ -9,12 +9,13 @@ from concurrent.futures import ThreadPoolExecutor
 
 import psutil
 import pytest
-from helpers import Operator, condition, eventually, read, weight_sync
+from helpers import Operator, condition, read, weight_sync
 
 from weightsync_core.labels import ASSIGNMENT_LIMIT
 from weightsync_devkit.pods import PodSpace
+from weightsync_devkit.waiting import eventually
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.timeout(900)
 
 ENGINES, TRAINERS = 200, 64
 CHURN, AT_ONCE = 2000, 40
