@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple, Protocol
 
-from weightsync_core.errors import TransportError
 from weightsync_core.tables import Session
 
 
@@ -97,24 +96,3 @@ class Transport(Protocol):
 
     def close(self) -> None:
         """Give back everything that is still registered or connected."""
-
-
-def make_transport(name: str, host: str) -> Transport:
-    """The transport of ``mooncake`` or ``nixl``.
-
-    Args:
-        host: this machine's address as peers see it; Mooncake publishes it.
-
-    Raises:
-        MissingLibrary: the library is not installed here.
-        TransportError: it cannot start.
-    """
-    if name == "mooncake":
-        from weightsync_sender.transports.mooncake import MooncakeTransport
-
-        return MooncakeTransport(host)
-    if name == "nixl":
-        from weightsync_sender.transports.nixl import NixlTransport
-
-        return NixlTransport()
-    raise TransportError(f"unknown transport {name!r}; known are mooncake and nixl")
