@@ -70,7 +70,7 @@ def raw_seconds(urls: list[str], settings: SenderSettings) -> float:
     for engine in engines:
         engine.client.begin(_deadline())
         engine.read_tables(settings, transport.protocol, _deadline())
-        connections = engine.open_connections(transport, settings)
+        connections = engine.open_connections(transport, settings, set(engine.ranks))
         for rank in engine.tables:
             targets.append((connections[rank.role, rank.placement.rank], list(rank.entries.values())))
             largest = max(largest, rank.nbytes)

@@ -156,6 +156,17 @@ class Engine:
         self._require_same_build(identity)
         self.layout = read_layout(self.info, folders.folder(self.client, self.info, deadline), identity.arch)
 
+    def adopt(self, info: dict[str, Any], tables: list[ParameterTable], folders: ConfigFolders, deadline: Deadline) -> None:
+        """Take over what another trainer rank has read of this engine.
+
+        Raises:
+            EngineRefused: this rank runs another build than the engine.
+        """
+        self.info, self.tables = info, tables
+        self.stock = not tables[0].identity.arch
+        self._require_same_build(tables[0].identity)
+        self.layout = read_layout(info, folders.folder(self.client, info, deadline), tables[0].identity.arch)
+
     def read_tables(self, settings: SenderSettings, protocol: str, deadline: Deadline) -> None:
         """Read the tables as they are now, and refuse what must not be written.
 
@@ -182,27 +193,42 @@ class Engine:
                 )
         self.tables = tables
 
-    def compile(self, store: ReplicaStore, manifest: Mapping[str, TensorMeta], settings: SenderSettings) -> tuple[str, ...]:
-        """Build and prove the programs of all targets; returns HF tensors left over."""
+    def compile(
+        self, store: ReplicaStore, manifest: Mapping[str, TensorMeta], settings: SenderSettings, only: set[TargetKey] | None = None
+    ) -> tuple[str, ...]:
+        """Build and prove the programs of all targets; returns HF tensors left over.
+
+        Args:
+            only: build the programs of these targets, and leave it to another trainer rank to prove that nothing is missing.
+        """
         assert self.layout is not None
-        known = (self.generation, self.layout.key, settings.allow_unused, settings.allow_cast, dict(manifest))
+        known = (self.generation, self.layout.key, settings.allow_unused, settings.allow_cast, dict(manifest), only)
         if self._compiled is None or self._compiled[0] != known:
             self._compiled = None
-            self.ranks, left = store.compile_engine(
-                self.layout, self.tables, manifest, allow_unused=settings.allow_unused, allow_cast=settings.allow_cast
-            )
+            left: tuple[str, ...] = ()
+            if only is None:
+                self.ranks, left = store.compile_engine(
+                    self.layout, self.tables, manifest, allow_unused=settings.allow_unused, allow_cast=settings.allow_cast
+                )
+            else:
+                mine = [table for table in self.tables if (table.role, table.placement.rank) in only]
+                self.ranks = store.compile_ranks(self.layout, mine, manifest)
             self._compiled = (known, left)
         return self._compiled[1]
 
-    def open_connections(self, transport: Transport, settings: SenderSettings) -> dict[TargetKey, Connection]:
-        """Connections to all targets; those whose session is unchanged are kept.
+    def open_connections(self, transport: Transport, settings: SenderSettings, only: set[TargetKey]) -> dict[TargetKey, Connection]:
+        """Connections to these targets; those whose session is unchanged are kept, those to others closed.
 
         Raises:
             TransportError: a peer cannot be reached.
             EngineRefused: RDMA is required and something else would be used.
         """
+        for key in set(self._connections) - only:
+            self._connections.pop(key)[1].close()
         for table in self.tables:
             key, session = (table.role, table.placement.rank), table.sessions[settings.transport]
+            if key not in only:
+                continue
             known = self._connections.get(key)
             if known is not None and known[0] == session:
                 continue

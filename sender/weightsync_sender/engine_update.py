@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 
 from weightsync_core.errors import ControlCallError, EngineRefused, LeaseLost, Unreachable, WeightSyncError
+from weightsync_core.tables import ParameterTable
 from weightsync_sender.engine import Engine
 from weightsync_sender.engine_client import Deadline
 from weightsync_sender.progress import Progress
@@ -51,18 +52,27 @@ class EngineUpdate:
 
     engine: Engine
     settings: SenderSettings
-    owner: str
     version: str
     transport: Transport
     progress: Progress
+    leads: bool = True
+    """Whether this trainer rank makes the engine's control calls; the others write only, under the same lease."""
+    owner: str = ""
+    """Of the lease."""
     stage: Stage = Stage.IDLE
     error: str = ""
     failure: Failure | None = None
     was_fenced: bool = False
     """A session was open before: the engine holds who knows what."""
     posted: bool = False
+    others_write: bool = False
+    """Whether other trainer ranks may be writing, of whom nothing is known until they tell."""
+    hung_elsewhere: bool = False
+    """Whether another trainer rank has given up on a write that may still land."""
     written: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
+    via: set[str] = field(default_factory=set)
+    """Transports that other trainer ranks really used."""
     targets: list[Target] = field(default_factory=list)
     pending: set[int] = field(default_factory=set)
     """Targets that are not yet complete."""
@@ -139,6 +149,24 @@ class EngineUpdate:
                 raise EngineRefused(f"{self.engine.name} restarted between connect and begin; the next update connects to it again")
             for table in self.engine.tables:
                 require_same_table(self.engine.ranks[table.role, table.placement.rank].replica, table)
+
+    def join(self, tables: list[ParameterTable]) -> None:
+        """Take part in the session that the leader opened: write under its lease, which this rank helps to renew.
+
+        Raises:
+            LeaseLost: it is gone already.
+        """
+        self.engine.tables = tables
+        granted, holder = self.take_lease(Deadline.after(LEASE_SECONDS / 3, "joining the lease"), renew=True)
+        if not granted:
+            raise LeaseLost(f"{self.engine.name} is being updated by another sender ({holder})")
+        self.stage = Stage.OPEN
+
+    def leave(self) -> None:
+        """End this rank's part in a session that another one leads."""
+        self.outcome = EngineState.SKIPPED
+        if self.engine.stuck and not self.transport.revocable:
+            self.engine.keep_lease(self.owner, LEASE_SECONDS)
 
     def _reserve(self, cancelled: threading.Event) -> None:
         """Take the lease, waiting for another sender to finish."""
@@ -232,7 +260,7 @@ class EngineUpdate:
 
     def _back_out(self) -> EngineState:
         client, limits = self.engine.client, self.settings.timeouts
-        dirty = self.was_fenced or self.posted or any(target.posted for target in self.targets)
+        dirty = self.was_fenced or self.posted or self.others_write or any(target.posted for target in self.targets)
         state = EngineState.SKIPPED
         if dirty and self.stage >= Stage.PAUSED:
             state = EngineState.FENCED
@@ -272,6 +300,8 @@ class EngineUpdate:
         return EngineState.FENCED
 
     def _release(self) -> None:
+        if self.others_write or (self.hung_elsewhere and not self.transport.revocable):
+            return  # the ranks that write keep renewing it for as long as their writes may land; then it expires
         if self.engine.stuck and not self.transport.revocable:
             # Nothing can stop that write: until it is over, no other sender may take the engine for clean.
             self.engine.keep_lease(self.owner, LEASE_SECONDS)

@@ -10,17 +10,20 @@ from dataclasses import asdict
 from types import TracebackType
 
 import torch
+import torch.distributed as dist
 
 from weightsync_core.errors import EndpointError, SourceError, UpdateFailed
+from weightsync_sender.division import Writers
 from weightsync_sender.engine import ConfigFolders, Engine
 from weightsync_sender.membership import Membership, PodEnvironment
+from weightsync_sender.party import Alone, Party, TorchParty
 from weightsync_sender.progress import Progress
 from weightsync_sender.replica.compiled import ReplicaStore
 from weightsync_sender.replica.identity import local_identity
 from weightsync_sender.report import EngineState, UpdateReport
 from weightsync_sender.roster import AssignedEngines, FixedEngines, Roster
 from weightsync_sender.settings import SenderSettings, SettingsError
-from weightsync_sender.sources import Source, as_source
+from weightsync_sender.sources import Source, as_source, is_collective
 from weightsync_sender.staging import Ring, SourceMemory
 from weightsync_sender.telemetry import Recorder
 from weightsync_sender.transports import Transport, make_transport
@@ -46,6 +49,7 @@ class WeightSender:
         config: str | os.PathLike[str] | None = None,
         api_key: str | None = None,
         settings: SenderSettings | None = None,
+        group: dist.ProcessGroup | None = None,
         host: str | None = None,
         recorder: Recorder | None = None,
     ) -> None:
@@ -56,12 +60,15 @@ class WeightSender:
             config: folder with the model's config.json; default: the engine's own model path, or the plugin's copy.
             api_key: sent to every engine as bearer token.
             settings: see :class:`SenderSettings`.
+            group: trainer ranks that update together, e.g. ``dist.group.WORLD``: each makes a sender with equal arguments, calls
+                ``update`` as often, and writes its share. Default: this process alone.
             host: this machine's address as engines see it; default: found from the route to the first engine.
             recorder: keeps metrics and status; closed with this sender.
 
         Raises:
             EndpointError: an address that cannot be read, none at all, or one twice.
             SettingsError: more engines must serve a version than were given, or a key that is no header.
+            PartyError: the ranks of the group did not come together.
         """
         self.settings = settings or SenderSettings()
         self._roster = FixedEngines(engines, api_key, self.settings.minimum_engines) if isinstance(engines, Sequence) else engines
@@ -75,6 +82,8 @@ class WeightSender:
         """With the buffer size that they were made for."""
         self._store = ReplicaStore(torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu"))
         self._rate: float | None = None
+        self._party: Party = Alone() if group is None or dist.get_world_size(group) == 1 else TorchParty(group, host)
+        self._writers: Writers = {}
 
     @classmethod
     def from_environment(
@@ -123,11 +132,17 @@ class WeightSender:
 
         Raises:
             SourceError: the tensors do not fill the engines exactly; nothing was written.
+            PartyError: another trainer rank failed; engines that were touched are resumed or fenced.
             UpdateFailed: fewer engines than ``minimum_engines`` serve the version; ``.report`` has each one's state.
         """
         if self._closed:
             raise SettingsError("this sender was closed; make another one")
         source = as_source(named_tensors)
+        if is_collective(source) and self._party.size == 1 and getattr(source, "ranks", 1) > 1:
+            raise SourceError(
+                "the tensors are spread over several trainer ranks, which must update together: give each rank's sender "
+                "group=torch.distributed.group.WORLD and call update on all of them"
+            )
         if not source.manifest():
             raise SourceError("no tensors to send: an update must bring the whole model")
         _check_version(version)
@@ -156,9 +171,23 @@ class WeightSender:
         def ring(alive: Sequence[Engine], largest: int) -> Ring:
             return self._ring(transport, alive, settings, largest)
 
-        update = Update(engines, source, version, settings, transport, self._store, memory, ring, self._folders, self._rate, progress)
+        update = Update(
+            engines,
+            source,
+            version,
+            settings,
+            transport,
+            self._store,
+            memory,
+            ring,
+            self._folders,
+            self._party,
+            self._writers,
+            self._rate,
+            progress,
+        )
         report = update.run()
-        self._rate = update.rate
+        self._rate, self._writers = update.rate, update.writers
         return report
 
     def close(self) -> None:
@@ -170,6 +199,7 @@ class WeightSender:
         self._roster.close()
         self._drop_transport()
         self._folders.close()
+        self._party.close()
         if self._recorder is not None:
             self._recorder.close()
 

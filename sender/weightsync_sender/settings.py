@@ -55,6 +55,8 @@ class Timeouts:
     """Setting the version and continuing; also tried when the update failed."""
     lease: float = 60.0
     """Waiting for another sender to finish with an engine."""
+    ranks: float = 1800.0
+    """Waiting for the other trainer ranks at one step; one that died is noticed in 15 s, whatever this says."""
 
 
 @dataclass(frozen=True, kw_only=True)

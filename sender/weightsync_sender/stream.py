@@ -41,6 +41,10 @@ _POLL_SECONDS = 0.0001
 _TELL_SECONDS = 0.1
 
 
+Sums = dict[str, dict[str, list[int]]]
+"""Compiled key -> parameter -> [lane, lane, bytes] (:mod:`weightsync_core.digest`)."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class StreamLimits:
     """Bounds of one pass; see :class:`weightsync_sender.settings.SenderSettings` for their meaning."""
@@ -78,6 +82,7 @@ class Target:
         rank: CompiledRank,
         limits: StreamLimits,
         forbidden: Callable[[], str] = lambda: "",
+        pieces: tuple[Unit | OpaqueGroup, ...] | None = None,
     ) -> None:
         """Take part in a pass.
 
@@ -88,7 +93,11 @@ class Target:
             rank: what fills them.
             limits: bounds of the pass.
             forbidden: asked right before every write; a text ends this target's part.
+            pieces: what of its program this sender writes; default all.
         """
+        self.pieces: tuple[Unit | OpaqueGroup, ...] = (*rank.program.units, *rank.program.opaque) if pieces is None else pieces
+        self.planned = rank.program.written_by(self.pieces)
+        """Bytes that this target must get from here."""
         self.engine, self.table, self.rank = engine, table, rank
         self._forbidden = forbidden
         self.written = 0
@@ -100,11 +109,6 @@ class Target:
         self._open: _Batch | None = None
         self._waiting: deque[_Batch] = deque()
         self._flying: list[_Batch] = []
-
-    @property
-    def planned(self) -> int:
-        """Bytes that this target must get."""
-        return self.rank.program.written
 
     @property
     def idle(self) -> bool:
@@ -228,8 +232,7 @@ class _Group:
 
     @staticmethod
     def of(targets: list[Target]) -> _Group:
-        program = targets[0].rank.program
-        pieces: tuple[Unit | OpaqueGroup, ...] = (*program.units, *program.opaque)
+        pieces = targets[0].pieces
         waiting: dict[str, list[int]] = defaultdict(list)
         for index, piece in enumerate(pieces):
             for name in piece.inputs:
@@ -263,8 +266,7 @@ class Stream:
         self.targets = list(targets)
         self.direct_bytes = 0
         self.packed_bytes = 0
-        self.sums: dict[str, dict[str, list[int]]] = {}
-        """Compiled key -> parameter -> [lane, lane, bytes] (:mod:`weightsync_core.digest`)."""
+        self.sums: Sums = {}
         self._digests, self._finished, self._moved = digests, finished, moved
         self._ring, self._memory, self._limits = ring, memory, limits
         self._shortest_direct = _DESCRIPTOR_SECONDS * (rate or _FIRST_RATE)

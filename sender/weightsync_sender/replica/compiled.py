@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -61,11 +61,7 @@ class ReplicaStore:
             SourceError: the tensors do not fill the engine exactly.
         """
         specs = {name: _spec(meta) for name, meta in manifest.items()}
-        compiled = {}
-        for table in tables:
-            rank = self._compile_rank(layout, table.placement, table.role, specs)
-            require_same_table(rank.replica, table)
-            compiled[table.role, table.placement.rank] = rank
+        compiled = self._compile(layout, tables, specs)
         patterns = [re.compile(pattern) for pattern in (*allow_unused, *_known_unused(layout))]
         left = require_complete(
             {f"{role} rank {rank}": item.program for (role, rank), item in compiled.items()},
@@ -82,11 +78,38 @@ class ReplicaStore:
             allow_unused=patterns,
             allow_cast=allow_cast,
         )
-        for rank in compiled.values():
+        self._check(compiled.values(), specs)
+        return compiled, left
+
+    def compile_ranks(
+        self, layout: Layout, tables: Sequence[ParameterTable], manifest: Mapping[str, TensorMeta]
+    ) -> dict[tuple[str, int], CompiledRank]:
+        """Some targets' compiled ranks; that nothing is missing is proven where all are compiled.
+
+        Raises:
+            LayoutError: the replica cannot be built or differs from a table.
+        """
+        specs = {name: _spec(meta) for name, meta in manifest.items()}
+        compiled = self._compile(layout, tables, specs)
+        self._check(compiled.values(), specs)
+        return compiled
+
+    def _compile(
+        self, layout: Layout, tables: Sequence[ParameterTable], specs: Mapping[str, TensorSpec]
+    ) -> dict[tuple[str, int], CompiledRank]:
+        compiled = {}
+        for table in tables:
+            rank = self._compile_rank(layout, table.placement, table.role, specs)
+            require_same_table(rank.replica, table)
+            compiled[table.role, table.placement.rank] = rank
+        return compiled
+
+    def _check(self, ranks: Iterable[CompiledRank], specs: Mapping[str, TensorSpec]) -> None:
+        """The byte check of what was not checked yet."""
+        for rank in ranks:
             if rank.key not in self._checked:
                 check_program(rank.replica, rank.program, specs, self._check_device)
                 self._checked.add(rank.key)
-        return compiled, left
 
     def _compile_rank(self, layout: Layout, placement: Placement, role: str, specs: Mapping[str, TensorSpec]) -> CompiledRank:
         """The program of one rank for one set of HF tensors; built and traced on first use."""

@@ -85,8 +85,12 @@ class Program:
     @property
     def written(self) -> int:
         """Planned bytes on the wire for one target."""
-        return sum(unit.written for unit in self.units) + sum(
-            self.parameters[name].nbytes for group in self.opaque for name in group.parameters
+        return self.written_by((*self.units, *self.opaque))
+
+    def written_by(self, pieces: Iterable[Unit | OpaqueGroup]) -> int:
+        """Bytes on the wire of some pieces."""
+        return sum(
+            piece.written if isinstance(piece, Unit) else sum(self.parameters[name].nbytes for name in piece.parameters) for piece in pieces
         )
 
     def largest_packed(self) -> int:

@@ -25,7 +25,9 @@ class Source(Protocol):
     """Named HF tensors.
 
     A source may set ``keeps_tensors = True``: its tensors exist anyway (or are mapped files), so that holding all of them
-    until the update is over costs nothing. Else only about a buffer's worth is held at a time.
+    until the update is over costs nothing. Else only about a buffer's worth is held at a time. With ``collective = True`` the trainer
+    ranks make its tensors together, so each goes through to the end. ``group`` names the ranks that hand out the same tensors, where
+    not all do (a pipeline stage).
     """
 
     def manifest(self) -> Mapping[str, TensorMeta]:
@@ -33,6 +35,11 @@ class Source(Protocol):
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Hand out every tensor of the manifest once. May be called once per update, and again for a second pass."""
+
+
+def is_collective(source: Source) -> bool:
+    """Whether all trainer ranks must go through the source to its end."""
+    return bool(getattr(source, "collective", False))
 
 
 def require_plain(name: str, tensor: torch.Tensor) -> None:

@@ -6,9 +6,11 @@ import logging
 from collections.abc import Iterable, Iterator, Mapping
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from weightsync_core.errors import SourceError
 from weightsync_sender.sources._base import Source, TensorMeta, meta_of, require_plain
+from weightsync_sender.sources.sharded import ShardedSource
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +46,8 @@ def as_source(named_tensors: Source | Mapping[str, torch.Tensor] | Iterable[tupl
     if isinstance(named_tensors, Source):
         return named_tensors
     if isinstance(named_tensors, Mapping):
-        return MemorySource(named_tensors)
+        sharded = any(isinstance(tensor, DTensor) for tensor in named_tensors.values())
+        return ShardedSource(named_tensors) if sharded else MemorySource(named_tensors)
     tensors: dict[str, torch.Tensor] = {}
     for item in named_tensors:
         if not (isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], str)):
