@@ -9,18 +9,21 @@ parameter they become) -> ``staging`` (packing what is not already contiguous) -
 """
 
 from weightsync_core.errors import SourceError, UpdateFailed, WeightSyncError
+from weightsync_sender.party import PartyError
 from weightsync_sender.report import EngineReport, EngineState, Failure, UpdateReport
 from weightsync_sender.sender import WeightSender
 from weightsync_sender.settings import PauseMode, SenderSettings, Timeouts, Verify
-from weightsync_sender.sources import CheckpointSource, Source, TensorMeta
+from weightsync_sender.sources import CheckpointSource, ShardedSource, Source, TensorMeta
 
 __all__ = [
     "CheckpointSource",
     "EngineReport",
     "EngineState",
     "Failure",
+    "PartyError",
     "PauseMode",
     "SenderSettings",
+    "ShardedSource",
     "Source",
     "SourceError",
     "TensorMeta",

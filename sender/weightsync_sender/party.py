@@ -38,6 +38,11 @@ _CALL_SECONDS = 20.0
 class PartyError(WeightSyncError):
     """Another trainer rank failed, died or did not come in time; names it and what it said."""
 
+    def __init__(self, message: str, *, shared: bool = False) -> None:
+        super().__init__(message)
+        self.shared = shared
+        """Whether every rank that lives gets this error at the same step, so that none has gone on."""
+
 
 class Party(Protocol):
     """Trainer ranks that update together."""
@@ -208,19 +213,20 @@ class TorchParty:
                 time.sleep(_POLL_SECONDS)
             answer = pickle.loads(self._store.get(f"{key}/all"))
         if isinstance(answer, _Failed):
-            raise PartyError(answer.why)
+            raise PartyError(answer.why, shared=True)
         return list(answer)
 
     def end(self) -> None:
         done = [f"{self._update}/done/{rank}" for rank in range(1, self.size)]
-        if self.rank > 0:
-            self._store.set(done[self.rank - 1], b"")
-            return
-        until = time.monotonic() + _END_SECONDS
-        while not self._store.has(*done) and time.monotonic() < until:
-            time.sleep(_POLL_SECONDS)
-        for key in done:
-            self._store.delete(key)
+        with contextlib.suppress(PartyError):  # all have the answer, whatever becomes of the others now
+            if self.rank > 0:
+                self._store.set(done[self.rank - 1], b"1")
+                return
+            until = time.monotonic() + _END_SECONDS
+            while not self._store.has(*done) and time.monotonic() < until:
+                time.sleep(_POLL_SECONDS)
+            for key in done:
+                self._store.delete(key)
 
     def fail(self, why: str) -> None:
         self._step += 1

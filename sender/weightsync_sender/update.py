@@ -28,7 +28,7 @@ from weightsync_sender.division import Member, Writers, choose_writers, digest_o
 from weightsync_sender.engine import ConfigFolders, Engine, TargetKey
 from weightsync_sender.engine_client import Deadline
 from weightsync_sender.engine_update import LEASE_SECONDS, EngineUpdate, Stage
-from weightsync_sender.party import Party
+from weightsync_sender.party import Party, PartyError
 from weightsync_sender.progress import Progress, harmless
 from weightsync_sender.replica.compiled import ReplicaStore
 from weightsync_sender.report import EngineReport, EngineState, Failure, UpdateReport
@@ -52,6 +52,7 @@ class _Written:
     posted: bool = False
     hung: bool = False
     nbytes: dict[TargetKey, int] = field(default_factory=dict)
+    seconds: float = 0.0
     via: str = ""
 
 
@@ -259,9 +260,20 @@ class Update:
 
         if self._leads:
             self._side_by_side(self._live(), open_engine)
-        self._follow("opened", lambda session: session.engine.tables, EngineUpdate.join)
+        self._let_write("opened")
         self._connect_peers()  # sessions that changed since
         self._progress("opened", {"engines": len(self._live())})
+
+    def _let_write(self, what: str) -> bool:
+        """From here on every rank writes to the open engines; whether there are any."""
+        for session in self._live():
+            session.others_write = self._party.size > 1
+        try:
+            return self._follow(what, lambda session: session.engine.tables, EngineUpdate.join)
+        except PartyError as error:
+            for session in self._sessions:
+                session.others_write = not error.shared
+            raise
 
     def _make_staging(self) -> None:
         mine = [(session.engine, session.engine.ranks[key]) for session in self._live() for key in self._own(session)]
@@ -282,8 +294,6 @@ class Update:
         for number in range(self._passes):
             last = number == self._passes - 1
             finishing: list[Future[None]] = []
-            for session in self._live():
-                session.others_write = together
             done = self._pass(finishing, last)
             told = self._exchange("what was written", done)
             for session in self._sessions:
@@ -296,7 +306,7 @@ class Update:
                 return
             if self._leads:
                 self._side_by_side(self._live(), self._snapshot_and_reset)
-            if not self._follow("the second pass", lambda session: session.engine.tables, EngineUpdate.join):
+            if not self._let_write("the second pass"):
                 return
             for session in self._live():
                 session.stage = Stage.OPEN
@@ -308,7 +318,7 @@ class Update:
         if not sessions or self._ring is None:
             if is_collective(self._source):
                 _go_through(tensors)
-            return _Pass(self._group, {}, {}, 0, 0)
+            return _Pass(self._group, self._failed(), {}, 0, 0)
         stream = self._stream(sessions, self._ring, finishing, last)
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()  # the trainer may have filled the tensors on a stream of its own
@@ -325,7 +335,11 @@ class Update:
         finally:
             with signals_deferred():
                 written = self._collect(stream, self._ring, began)
-        return _Pass(self._group, written, stream.sums, stream.direct_bytes, stream.packed_bytes)
+        return _Pass(self._group, {**self._failed(), **written}, stream.sums, stream.direct_bytes, stream.packed_bytes)
+
+    def _failed(self) -> dict[str, _Written]:
+        """Engines that this rank has given up."""
+        return {session.engine.name: _Written(session.error, session.failure) for session in self._sessions if session.error}
 
     def _stream(self, sessions: Sequence[EngineUpdate], ring: Ring, finishing: list[Future[None]], last: bool) -> Stream:
         limits = StreamLimits(
@@ -392,6 +406,7 @@ class Update:
                 written = done.engines.get(session.engine.name, _Written())
                 session.posted = session.posted or written.posted
                 session.hung_elsewhere = session.hung_elsewhere or (written.hung and rank != self._party.rank)
+                session.seconds["write"] = max(session.seconds.get("write", 0.0), written.seconds)
                 if written.error:
                     session.fail(self._said_by(rank, written.error), written.failure)
                 for key, count in written.nbytes.items():
@@ -476,6 +491,7 @@ class Update:
                     posted=any(target.posted for target in session.targets),
                     hung=bool(session.engine.stuck),
                     nbytes={(t.table.role, t.table.placement.rank): t.written for t in session.targets},
+                    seconds=spent,
                     via=session.engine.via,
                 )
             if session.error and session.posted and not session.engine.stuck:

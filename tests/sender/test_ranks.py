@@ -36,3 +36,24 @@ def test_sharded_tensors_reach_engines_of_several_sizes(
         for engine, other in zip(started, fresh, strict=True):
             assert engine.version() == "c"
             assert differences(held_by(engine), held_by(other)) == []
+
+
+@pytest.mark.timeout(900)
+def test_a_rank_that_dies_in_any_phase_is_everybodys_error_and_the_next_update_mends_it(
+    engines: Engines, checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    a, b = checkpoint("qwen3", 1), checkpoint("qwen3", 2)
+    with engines.running((a, "--tp", "2")) as (engine,), engines.running((b, "--tp", "2")) as (fresh,):
+        for at, dies in (("beginning", 1), ("compiling", 1), ("opening", 0), ("writing", 1), ("writing", 0), ("ending", 0)):
+            options = {"urls": [engine.url], "folder": str(b), "version": at, "transport": "mooncake", "at": at, "rank": dies}
+            results = run_ranks(2, f"{RANKS}:push_and_die", tmp_path / f"{at}-{dies}", options)
+            assert results[dies]["exit"] == -9, results
+            other = results[1 - dies]
+            assert other.get("raised") == "PartyError", (at, results)
+            assert f"rank {dies}" in other["message"]
+            if dies == 1 and at != "writing":
+                assert not engine.is_paused(), f"nothing was written when rank 1 died {at}"
+            assert engine.version() == "default"
+        options = {"urls": [engine.url], "checkpoints": {"b": str(b)}, "transport": "mooncake", "mesh": [2]}
+        assert [report.get("ready") for report in run_ranks(2, f"{RANKS}:push_sharded", tmp_path, options)] == [1, 1]
+        assert differences(held_by(engine), held_by(fresh)) == []

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,7 +13,11 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from weightsync_sender import CheckpointSource, SenderSettings, UpdateFailed, Verify, WeightSender
+from weightsync_sender import CheckpointSource, SenderSettings, UpdateFailed, Verify, WeightSender, WeightSyncError
+from weightsync_sender.engine import Engine
+from weightsync_sender.engine_update import EngineUpdate
+from weightsync_sender.stream import Target
+from weightsync_sender.update import Update
 
 
 def sharded(folder: str, mesh_shape: Sequence[int]) -> dict[str, torch.Tensor]:
@@ -36,3 +43,33 @@ def push_sharded(urls: Sequence[str], checkpoints: Mapping[str, str], transport:
                 report = error.report  # type: ignore[assignment]
         writers = [[group, *target, rank] for (group, target), rank in sender._writers.items()]
     return {**report.as_dict(), "writers": writers}
+
+
+def push_and_die(urls: Sequence[str], folder: str, version: str, transport: str, at: str, rank: int) -> dict[str, Any]:
+    """As above, but one rank dies on the way, in the phase that ``at`` names."""
+    if dist.get_rank() == rank:
+        owner, name = _PHASES[at]
+        real = getattr(owner, name)
+
+        def die(*arguments: Any, **options: Any) -> Any:
+            if at == "writing":
+                real(*arguments, **options)
+                time.sleep(0.5)  # some bytes are there
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        setattr(owner, name, die)
+    began = time.monotonic()
+    with sender_for(urls, folder, transport) as sender:
+        try:
+            return {"ready": sender.update(sharded(folder, [dist.get_world_size()]), version).ready}
+        except WeightSyncError as error:
+            return {"raised": type(error).__name__, "message": str(error), "seconds": time.monotonic() - began}
+
+
+_PHASES: dict[str, tuple[Any, str]] = {
+    "beginning": (Update, "_agree"),
+    "compiling": (Engine, "compile"),
+    "opening": (EngineUpdate, "open"),
+    "writing": (Target, "flush"),
+    "ending": (EngineUpdate, "finish"),
+}
