@@ -57,3 +57,18 @@ def test_a_rank_that_dies_in_any_phase_is_everybodys_error_and_the_next_update_m
         options = {"urls": [engine.url], "checkpoints": {"b": str(b)}, "transport": "mooncake", "mesh": [2]}
         assert [report.get("ready") for report in run_ranks(2, f"{RANKS}:push_sharded", tmp_path, options)] == [1, 1]
         assert differences(held_by(engine), held_by(fresh)) == []
+
+
+def test_stages_that_hold_different_tensors_each_write_their_own(engines: Engines, checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    """Three ranks: two of the first stage, one of the second; every target is written once by each stage."""
+    a, b = checkpoint("qwen3_moe", 1), checkpoint("qwen3_moe", 2)
+    with engines.running((a, "--tp", "2", "--ep", "2")) as (engine,), engines.running((b, "--tp", "2", "--ep", "2")) as (fresh,):
+        options = {"urls": [engine.url], "folder": str(b), "transport": "nixl", "stages": 2}
+        reports = run_ranks(3, f"{RANKS}:push_stages", tmp_path, options)
+        assert [report.get("ready") for report in reports] == [1, 1, 1], reports
+        by_group = {(group, rank): writer for group, _, _, rank, writer in reports[0]["writers"]}
+        assert {by_group["stage-0", 0], by_group["stage-0", 1]} == {0, 1}
+        assert {by_group["stage-1", 0], by_group["stage-1", 1]} == {2}
+        (written,) = reports[0]["engines"].values()
+        assert written["written_bytes"] == written["planned_bytes"]
+        assert engine.checksums() == fresh.checksums()

@@ -16,6 +16,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from weightsync_sender import CheckpointSource, SenderSettings, UpdateFailed, Verify, WeightSender, WeightSyncError
 from weightsync_sender.engine import Engine
 from weightsync_sender.engine_update import EngineUpdate
+from weightsync_sender.sources import MemorySource
 from weightsync_sender.stream import Target
 from weightsync_sender.update import Update
 
@@ -73,3 +74,30 @@ _PHASES: dict[str, tuple[Any, str]] = {
     "writing": (Target, "flush"),
     "ending": (EngineUpdate, "finish"),
 }
+
+
+class Stage(MemorySource):
+    """A pipeline stage's part of a checkpoint: every rank of it has the same tensors."""
+
+    def __init__(self, folder: str, stage: int, stages: int) -> None:
+        tensors = dict(CheckpointSource(folder).tensors())
+        layers = {name: int(name.split(".")[2]) for name in tensors if name.startswith("model.layers.")}
+        per_stage = (max(layers.values()) + 1) / stages
+        last = stages - 1
+
+        def belongs(name: str) -> bool:
+            if name in layers:
+                return int(layers[name] / per_stage) == stage
+            return stage == (0 if name.startswith("model.embed") else last)
+
+        super().__init__({name: tensor for name, tensor in tensors.items() if belongs(name)})
+        self.group = f"stage-{stage}"
+
+
+def push_stages(urls: Sequence[str], folder: str, transport: str, stages: int) -> dict[str, Any]:
+    """Every rank hands out its stage's part only."""
+    stage = dist.get_rank() * stages // dist.get_world_size()
+    with sender_for(urls, folder, transport) as sender:
+        report = sender.update(Stage(folder, stage, stages), "staged")
+        writers = [[group, *target, rank] for (group, target), rank in sender._writers.items()]
+    return {**report.as_dict(), "writers": writers}
