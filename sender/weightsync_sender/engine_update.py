@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 
 from weightsync_core.errors import ControlCallError, EngineRefused, LeaseLost, Unreachable, WeightSyncError
-from weightsync_core.tables import ParameterTable
 from weightsync_sender.engine import Engine
 from weightsync_sender.engine_client import Deadline
 from weightsync_sender.progress import Progress
@@ -150,13 +149,12 @@ class EngineUpdate:
             for table in self.engine.tables:
                 require_same_table(self.engine.ranks[table.role, table.placement.rank].replica, table)
 
-    def join(self, tables: list[ParameterTable]) -> None:
+    def join(self) -> None:
         """Take part in the session that the leader opened: write under its lease, which this rank helps to renew.
 
         Raises:
             LeaseLost: it is gone already.
         """
-        self.engine.tables = tables
         granted, holder = self.take_lease(Deadline.after(LEASE_SECONDS / 3, "joining the lease"), renew=True)
         if not granted:
             raise LeaseLost(f"{self.engine.name} is being updated by another sender ({holder})")

@@ -269,11 +269,16 @@ class Update:
         for session in self._live():
             session.others_write = self._party.size > 1
         try:
-            return self._follow(what, lambda session: session.engine.tables, EngineUpdate.join)
+            return self._follow(what, lambda session: session.engine.tables, self._join)
         except PartyError as error:
             for session in self._sessions:
                 session.others_write = not error.shared
             raise
+
+    def _join(self, session: EngineUpdate, tables: list[ParameterTable]) -> None:
+        session.engine.tables = tables
+        if self._own(session):
+            session.join()
 
     def _make_staging(self) -> None:
         mine = [(session.engine, session.engine.ranks[key]) for session in self._live() for key in self._own(session)]
