@@ -42,6 +42,8 @@ class FakeEngine:
     """A stock engine's flag."""
     api_key: str = ""
     hangs: bool = False
+    nonsense: str = ""
+    """Answered instead of anything else, if set."""
 
     def identity(self) -> dict[str, Any]:
         """The plugin's identity."""
@@ -118,6 +120,8 @@ class FakeEngines:
         until = asyncio.get_running_loop().time() + 15
         while engine.hangs and asyncio.get_running_loop().time() < until:
             await asyncio.sleep(0.05)
+        if engine.nonsense:
+            raise web.HTTPOk(text=engine.nonsense)
         if engine.api_key and request.headers.get("Authorization") != f"Bearer {engine.api_key}":
             raise web.HTTPUnauthorized
         return engine

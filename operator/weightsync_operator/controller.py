@@ -53,6 +53,7 @@ from weightsync_operator.telemetry import Metrics
 log = logging.getLogger(__name__)
 
 _NOT_FOUND = 404
+_CONFLICT = 409
 _LONGEST_PAUSE_SECONDS = 30.0
 _TAKEN_SECONDS = 0.2
 """After which a trainer has usually taken a new assignment, and is asked whether it has."""
@@ -341,6 +342,8 @@ class Controller:
                 "data": {ASSIGNMENT_KEY: text},
             }
             path = config_maps_path(namespace, assignment_name(name, trainer))
+            if self._store.held.get(Key(namespace, assignment_name(name, trainer))) is None:
+                await self._require_free(path)
             self._store.held.put(await self._kube.apply(path, body, OBJECTS_MANAGER))
 
         async def remove(trainer: str) -> None:
@@ -359,6 +362,17 @@ class Controller:
             weight_sync.key, wanted.epoch, len(texts), sum(len(document.engines) for document in wanted.documents.values()),
         )  # fmt: skip
 
+    async def _require_free(self, path: str) -> None:
+        """Raises: KubeError: somebody else's ConfigMap has the name; it is left alone."""
+        try:
+            found = await self._kube.call("GET", path)
+        except KubeError as error:
+            if error.status == _NOT_FOUND:
+                return
+            raise
+        if (found["metadata"].get("labels") or {}).get(MANAGED_BY_LABEL) != MANAGED_BY:
+            raise KubeError(f"{path} exists and is not the operator's: delete or rename it", _CONFLICT)
+
     async def _gates(self, weight_sync: WeightSync, verdicts: Sequence[Verdict]) -> int:
         """Set readiness gates; returns how many engines serve what their trainer brought last."""
         key = weight_sync.key
@@ -376,7 +390,7 @@ class Controller:
             try:
                 await set_gate(self._kube, pod.key, pod.uid, holds, words, now)
             except KubeError as error:
-                if error.status not in (_NOT_FOUND, 409):  # gone, or another pod of that name
+                if error.status not in (_NOT_FOUND, _CONFLICT):  # gone, or another pod of that name
                     raise
 
         await asyncio.gather(*(change(*each) for each in changes))

@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import math
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
@@ -25,6 +26,10 @@ log = logging.getLogger(__name__)
 
 _MAX_BYTES = 4 << 20
 """Of an answer; identity with a model's config.json has a few KiB."""
+_LONGEST_TEXT = 500
+"""Characters of anything that a pod says and a status repeats."""
+_MOST_RANKS = 1 << 16
+"""Of one engine."""
 
 Facts = TypeVar("Facts", EngineFacts, TrainerFacts)
 
@@ -79,9 +84,14 @@ class Http:
 
         Raises:
             OSError, TimeoutError: no connection or no answer.
+            ValueError: an answer without end.
         """
         async with self._session.get(url, allow_redirects=False) as response:
-            body = await response.content.read(_MAX_BYTES)
+            body = bytearray()
+            async for block in response.content.iter_chunked(1 << 16):
+                body += block
+                if len(body) > _MAX_BYTES:
+                    raise ValueError(f"more than {_MAX_BYTES} bytes")
             try:
                 return response.status, json.loads(body)
             except ValueError:
@@ -183,7 +193,7 @@ class Prober(Generic[Facts]):
             return NoAnswer(Reason.NOT_ANSWERING, f"{url} takes connections and gave no answer in {self._settings.answer_seconds:g} s")
         except (aiohttp.ClientError, OSError) as error:
             return NoAnswer(Reason.CONNECTION_REFUSED, f"{url} broke the connection off: {type(error).__name__}: {error}")
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+        except Exception as error:  # whatever a pod answers, it ends nothing but its own part
             return NoAnswer(Reason.NOT_AN_ENGINE, f"{url} answers something else than expected: {type(error).__name__}: {error}")
 
 
@@ -193,7 +203,7 @@ async def ask_engine(http: Http, url: str) -> EngineFacts | NoAnswer:
     refusal = _refused(url, status, model, "/model_info")
     if refusal is not None:
         return refusal
-    version = str(model["weight_version"])
+    version = _text(model["weight_version"])
     status, identity = await http.get(url + IDENTITY_ROUTE)
     if status == 404:
         status, info = await http.get(f"{url}/server_info")
@@ -208,13 +218,13 @@ async def ask_trainer(http: Http, url: str) -> TrainerFacts | NoAnswer:
     if refusal is not None:
         return refusal
     return TrainerFacts(
-        process=str(answer["process"]),
-        sglang=str(answer["identity"]["sglang"]),
-        architecture=str(answer["identity"]["arch"]),
+        process=_text(answer["process"]),
+        sglang=_text(answer["identity"]["sglang"]),
+        architecture=_text(answer["identity"]["arch"]),
         epoch=int(answer["epoch"]),
-        version=str(answer["version"]),
-        updating=str(answer["updating"]),
-        updated_at=float(answer["updated_at"]),
+        version=_text(answer["version"]),
+        updating=_text(answer["updating"]),
+        updated_at=_time(answer["updated_at"]),
     )
 
 
@@ -236,13 +246,13 @@ def _plugin_facts(identity: Mapping[str, Any], version: str) -> EngineFacts:
     sizes = [sum(rank["bytes"].values()) for rank in ranks]
     return EngineFacts(
         generation="+".join(rank["generation"] for rank in ranks),
-        sglang=first["identity"]["sglang"],
-        architecture=first["identity"]["arch"],
-        transports=tuple(sorted(set.intersection(*(set(rank["transports"]) for rank in ranks)))),
-        unavailable={name: why for rank in ranks for name, why in rank["unavailable"].items()},
-        size=identity["size"],
-        nodes=identity["nodes"],
-        roles=tuple(first["bytes"]),
+        sglang=_text(first["identity"]["sglang"]),
+        architecture=_text(first["identity"]["arch"]),
+        transports=tuple(sorted(set.intersection(*({_text(name) for name in rank["transports"]} for rank in ranks)))),
+        unavailable={_text(name): str(why)[:_LONGEST_TEXT] for rank in ranks for name, why in rank["unavailable"].items()},
+        size=_count(identity["size"]),
+        nodes=_count(identity["nodes"]),
+        roles=tuple(_text(role) for role in first["bytes"]),
         nbytes=sum(sizes) * identity["size"] // len(ranks),
         version=version,
     )
@@ -253,13 +263,35 @@ def _stock_facts(info: Mapping[str, Any], version: str) -> EngineFacts:
     replicas = 1 if info.get("enable_dp_attention") else int(info.get("dp_size") or 1)
     return EngineFacts(
         generation=f"stock@{json.dumps(info.get('startup_time'), sort_keys=True)}",
-        sglang=str(info.get("version", "")),
+        sglang=_text(info.get("version", "")),
         architecture="cpu" if info.get("device") == "cpu" else "",
         transports=("mooncake",) if publishes else (),
         unavailable={},
-        size=int(info["tp_size"]) * int(info.get("pp_size") or 1) * replicas,
-        nodes=int(info.get("nnodes") or 1),
+        size=_count(int(info["tp_size"]) * int(info.get("pp_size") or 1) * replicas),
+        nodes=_count(int(info.get("nnodes") or 1)),
         roles=("target",),
         nbytes=0,
         version=version,
     )
+
+
+def _text(value: Any) -> str:
+    """Raises: ValueError: no text, or one that is too long for a status."""
+    if not isinstance(value, str) or len(value) > _LONGEST_TEXT:
+        raise ValueError(f"expected a text of at most {_LONGEST_TEXT} characters, got {str(value)[:40]!r}")
+    return value
+
+
+def _count(value: Any) -> int:
+    """Raises: ValueError: no positive number."""
+    if not isinstance(value, int) or not 0 < value <= _MOST_RANKS:
+        raise ValueError(f"expected a number from 1 to {_MOST_RANKS}, got {str(value)[:40]!r}")
+    return value
+
+
+def _time(value: Any) -> float:
+    """Raises: ValueError: no moment."""
+    seconds = float(value)
+    if not math.isfinite(seconds):
+        raise ValueError(f"expected a time, got {seconds}")
+    return seconds

@@ -165,6 +165,50 @@ def test_mismatch_can_block_the_hand_off(space: PodSpace, operator: Operator) ->
     eventually(lambda: held(trainer) == {"good", "odd"}, 10)
 
 
+NONSENSE = {
+    "html": "<html></html>",
+    "nothing": "null",
+    "no-ranks": '{"model_path": "/m", "weight_version": "v", "ranks": [], "size": 0, "nodes": 0}',
+    "no-nodes": '{"weight_version": "v", "ranks": [{"identity": {"sglang": "0.5.23", "arch": "cpu"}, "generation": "g", '
+    '"bytes": {"target": 1}, "transports": [], "unavailable": {}}], "size": 8, "nodes": 0}',
+    "other-types": '{"weight_version": {}, "ranks": "many", "size": -3}',
+    "long": json.dumps({"weight_version": "v" * 10000}),
+    "deep": "[" * 100_000 + "]" * 100_000,
+    "endless": json.dumps({"weight_version": "v", "more": "x" * (8 << 20)}),
+}
+
+
+def test_pods_that_answer_nonsense_are_named_and_end_nothing(space: PodSpace, operator: Operator) -> None:
+    trainer = space.trainer("trainer-0", "demo")
+    space.engine("good")
+    for name, text in NONSENSE.items():
+        space.engine(name, nonsense=text)
+    weight_sync(space)
+
+    def excluded() -> dict[str, str]:
+        return {each["engine"]: each["reason"] for each in read(space).get("status", {}).get("excludedEngines", ())}
+
+    eventually(lambda: excluded() == dict.fromkeys(NONSENSE, "NotAnEngine"))
+    assert held(trainer) == {"good"}
+    time.sleep(3)
+    assert operator.process.poll() is None
+    assert len(json.dumps(read(space)["status"])) < 16384
+
+
+def test_somebody_elses_configmap_is_left_alone(space: PodSpace, operator: Operator) -> None:
+    trainer = space.trainer("trainer-0", "demo")
+    space.engine("engine-0")
+    name = assignment_name("demo", "trainer-0")
+    space.core.create_namespaced_config_map(space.namespace, {"metadata": {"name": name}, "data": {"mine": "x"}})
+    weight_sync(space)
+    eventually(lambda: condition(read(space), "AssignmentsPublished")["reason"] == "WriteFailed")
+    assert "is not the operator's" in condition(read(space), "AssignmentsPublished")["message"]
+    found = space.core.read_namespaced_config_map(name, space.namespace)
+    assert (found.data, found.metadata.owner_references) == ({"mine": "x"}, None)
+    space.core.delete_namespaced_config_map(name, space.namespace)
+    eventually(lambda: held(trainer) == {"engine-0"}, 40)
+
+
 def test_one_hung_engine_delays_no_other(space: PodSpace, operator: Operator) -> None:
     trainer = space.trainer("trainer-0", "demo")
     for index in range(12):
