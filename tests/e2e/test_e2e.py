@@ -168,19 +168,26 @@ def test_an_engine_pod_deleted(installation: Installation, expected: dict[str, A
     synced(installation, expected, 2)
 
 
-def assigned(installation: Installation) -> set[str]:
-    """Engines in the assignments in force."""
+def assigned(installation: Installation) -> dict[str, str]:
+    """Engines in the assignments in force, and which process of each."""
     maps = json.loads(installation.kubectl("get", "configmap", "-l", "weightsync.dev/name=qwen3", "-o", "json"))["items"]
-    return {engine["id"] for each in maps for engine in json.loads(each["data"]["assignment.json"])["engines"]}
+    return {engine["id"]: engine["uid"] for each in maps for engine in json.loads(each["data"]["assignment.json"])["engines"]}
 
 
 def test_an_engine_restarted_in_place(installation: Installation, expected: dict[str, Any]) -> None:
     pod = installation.pods("engine")[0]["metadata"]["name"]
+    before = assigned(installation)[pod]
     installation.kubectl("exec", pod, "--", "/bin/sh", "-c", "kill 1")
-    eventually(lambda: pod not in assigned(installation), 10, lambda: str(installation.status()))
+
+    def restarts() -> int:
+        statuses = [each["status"]["containerStatuses"][0] for each in installation.pods("engine") if each["metadata"]["name"] == pod]
+        return int(statuses[0]["restartCount"]) if statuses else 0
+
+    # sglang first ends what it is at, which may be an update.
+    eventually(lambda: restarts() == 1, 120, lambda: str(installation.status()), pause=0.5)
     synced(installation, expected, 2)
-    restarts = [p["status"]["containerStatuses"][0]["restartCount"] for p in installation.pods("engine") if p["metadata"]["name"] == pod]
-    assert restarts == [1]
+    assert assigned(installation)[pod] not in ("", before)
+    assert restarts() == 1
 
 
 def test_the_operator_restarted(installation: Installation, expected: dict[str, Any]) -> None:
