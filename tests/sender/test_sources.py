@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from weightsync_core.errors import SourceError
 from weightsync_devkit import zoo
-from weightsync_sender.sources import CheckpointSource, MemorySource, as_source, meta_of
+from weightsync_sender.sources import CheckpointSource, MemorySource, TensorMeta, as_source, is_collective, meta_of
 
 
 @pytest.mark.parametrize("shards", [1, 3])
@@ -129,12 +129,19 @@ def test_what_is_no_tensor_is_named(given: object, words: str) -> None:
         as_source(given)  # type: ignore[arg-type]
 
 
-def test_a_part_of_a_tensor_is_not_taken_for_the_tensor() -> None:
+def test_parts_of_tensors_are_gathered_where_all_ranks_can_and_never_taken_for_the_whole() -> None:
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     try:
         mesh = torch.distributed.init_device_mesh("cpu", (1,))
-        sharded = torch.distributed.tensor.distribute_tensor(torch.zeros(4), mesh)
+        whole = torch.arange(6.0).reshape(3, 2)
+        given = {"a": torch.distributed.tensor.distribute_tensor(whole, mesh), "b": torch.ones(2)}
+        for source in (as_source(given), as_source(list(given.items()))):
+            assert is_collective(source)
+            assert source.manifest()["a"] == TensorMeta((3, 2), torch.float32)
+            handed = dict(source.tensors())
+            assert torch.equal(handed["a"], whole)
+            assert type(handed["a"]) is torch.Tensor
         with pytest.raises(SourceError, match="full_tensor"):
-            as_source({"w": sharded})
+            MemorySource(given)
     finally:
         torch.distributed.destroy_process_group()

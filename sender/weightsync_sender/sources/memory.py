@@ -46,8 +46,7 @@ def as_source(named_tensors: Source | Mapping[str, torch.Tensor] | Iterable[tupl
     if isinstance(named_tensors, Source):
         return named_tensors
     if isinstance(named_tensors, Mapping):
-        sharded = any(isinstance(tensor, DTensor) for tensor in named_tensors.values())
-        return ShardedSource(named_tensors) if sharded else MemorySource(named_tensors)
+        return _held(named_tensors)
     tensors: dict[str, torch.Tensor] = {}
     for item in named_tensors:
         if not (isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], str)):
@@ -55,4 +54,9 @@ def as_source(named_tensors: Source | Mapping[str, torch.Tensor] | Iterable[tupl
         if item[0] in tensors:
             raise SourceError(f"tensor {item[0]!r} was given twice", names=[item[0]])
         tensors[item[0]] = item[1]
-    return MemorySource(tensors)
+    return _held(tensors)
+
+
+def _held(tensors: Mapping[str, torch.Tensor]) -> Source:
+    sharded = any(isinstance(tensor, DTensor) for tensor in tensors.values())
+    return ShardedSource(tensors) if sharded else MemorySource(tensors)
