@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import itertools
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -175,13 +175,13 @@ class PodSpace:
 
     def engine(self, name: str, *, labels: Mapping[str, str] | None = None, gated: bool = False, node: str = "", **says: Any) -> FakeEngine:
         """An engine pod that runs and answers."""
-        engine = self.engines.listen(FakeEngine(next(_ADDRESSES), **says))
+        engine = self.engines.listen(FakeEngine(_next_address(), **says))
         self.pod(name, engine.ip, {"app": "engine", **(labels or {})}, gated=gated, node=node)
         return engine
 
     def trainer(self, name: str, weight_sync: str, *, sglang: str = "0.5.23", arch: str = "sm_90") -> FakeTrainer:
         """A trainer pod that runs, answers and watches its assignment."""
-        ip = next(_ADDRESSES)
+        ip = _next_address()
         recorder = Recorder(weight_sync, name, {"sglang": sglang, "torch": "2.11.0", "arch": arch})
         recorder.serve(SENDER_PORT, ip)
         membership = Membership(PodEnvironment(weight_sync, name, self.namespace), recorder.assigned)
@@ -225,9 +225,10 @@ class PodSpace:
             self.core.delete_namespace(self.namespace)
 
 
-def _addresses() -> Iterator[str]:
-    for high, low in itertools.product(range(10, 250), range(1, 250)):
-        yield f"127.77.{high}.{low}"
+_LAST_ADDRESS = itertools.count(10 << 8)
 
 
-_ADDRESSES = _addresses()
+def _next_address() -> str:
+    """Each once, to whichever thread asks."""
+    number = next(_LAST_ADDRESS)  # of a C iterator, so no two threads get one number; a generator would refuse the second
+    return f"127.77.{number // 249 + 1}.{number % 249 + 1}"
